@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from dataclasses import asdict
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from tests.program import ROOT
+from trainer import commands
 from trainer import config as schema
 from trainer.commands import COMMANDS, compose_words, forget_absent_weights, run_of
 from trainer.common.errors import UserError
@@ -213,7 +215,10 @@ def test_an_encoding_of_a_plugin_has_a_name(tmp_path):
 
 @pytest.mark.parametrize(
     "word",
-    ["model.hidden_size=32", "+model.head_dim=8", "positional=nope", "positional.layers=[nope]"],
+    [
+        *("model.hidden_size=32", "+model.head_dim=8", "positional=nope"),
+        *("positional.layers=[nope]", "positional.windows=[8]", "+positional.heads.nope=0.5"),
+    ],
 )
 def test_what_trained_weights_bring_is_not_chosen(word):
     job = compose_words(["model.from_pretrained=some/model", word])
@@ -221,3 +226,29 @@ def test_what_trained_weights_bring_is_not_chosen(word):
         UserError, match=r"^(model\.h|positional).*: the trained weights bring their"
     ):
         run_of(job)
+
+
+def test_a_run_with_trained_weights_chooses_norms_and_kernels(monkeypatch):
+    monkeypatch.setattr(commands, "parse", lambda values: parse({"drop": {"at": 5}}))
+    words = ["model.from_run=runs/a", "model.qk_norm.when=after_drop"]
+    assert run_of(compose_words([*words, "model.attention_backend=sdpa"])).config.drop.at == 5
+
+
+def test_a_plan_forgets_weights_that_are_not_here_also_those_of_controls(tmp_path):
+    here = {"from_run": str(tmp_path), "from_pretrained": None}
+    values = {"model": here | {}, "controls": {"a": {"model": {"from_pretrained": "owner/name"}}}}
+    forget_absent_weights(values)
+    assert values == {"model": here, "controls": {"a": {"model": {"from_pretrained": None}}}}
+
+
+def test_plugins_of_a_control_are_run_too(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from trainer.positional.encodings import encoding\n"
+        "from trainer.positional.spectrum import Spectrum\n\n"
+        "@encoding\ndef still_in_a_control(head_dim, training_length):\n    return Spectrum()\n"
+    )
+    changes = {"plugins": [str(tmp_path / "mine.py")]}
+    changes["positional"] = {"layers": ["still_in_a_control"]}
+    words = json.dumps(changes).replace('"', "").replace(" ", "")
+    control = run_of(compose_words([f"+controls.c={words}"])).controls["c"]
+    assert control.config.positional.layers == ["still_in_a_control"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +29,7 @@ from trainer.commands import (
 from trainer.common.errors import PreemptedError, UserError
 from trainer.common.processes import requeue
 from trainer.config import RecalibrateKeys
+from trainer.interchange.hf_config import OWN
 from trainer.runs.parsing import merged
 
 
@@ -382,3 +385,99 @@ def test_cfg_prints_the_whole_configuration(capsys):
     said = capsys.readouterr().out
     assert "name: drope_demo" in said
     assert "muon_lr" in said
+
+
+def test_an_evaluation_and_an_analysis_have_the_names_of_their_options(monkeypatch, tmp_path):
+    named = []
+
+    def workflow(request, name):
+        named.append((request.checkpoint, name))
+        return (None, tmp_path) if "analysis" not in vars(request) else ([], tmp_path / "page")
+
+    monkeypatch.setattr("trainer.workflows.evaluate.evaluate_lengths", workflow)
+    monkeypatch.setattr("trainer.workflows.analyze.analyze", workflow)
+    monkeypatch.setattr("trainer.report.terminal.print_report", lambda *_: None)
+    main(["evaluate", str(tmp_path), "+evaluation=ruler"])
+    main(["analyze", str(tmp_path), "+analysis=sinks"])
+    assert named == [(str(tmp_path), "ruler"), (str(tmp_path), "sinks")]
+
+
+def test_models_to_compare_are_there_before_anything_is_measured(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("trainer.workflows.evaluate.evaluate_lengths", None)
+    (line,) = error_of(capsys, "evaluate", str(tmp_path), f"compare=[{tmp_path}/no]")
+    assert line.startswith(f"checkpoint: '{tmp_path}/no' is no directory")
+
+
+@pytest.mark.parametrize(("architecture", "is_ours"), [("Llama", False), (OWN, True)])
+def test_the_line_after_an_export_loads_it(capsys, monkeypatch, tmp_path, architecture, is_ours):
+    monkeypatch.setattr("trainer.workflows.export.export_checkpoint", lambda _: architecture)
+    main(["export", str(tmp_path), f"to={tmp_path / 'new'}"])
+    assert ("trust_remote_code=True" in capsys.readouterr().out) is is_ours
+
+
+@pytest.mark.parametrize(("strategy", "gpus"), [("single", 1), ("ddp", 4)])
+def test_a_plan_is_for_the_gpus_of_its_strategy(capsys, strategy, gpus):
+    main(["plan", "gpus=4", f"strategy={strategy}"])
+    assert f"Memory of each of {gpus} GPUs" in capsys.readouterr().out
+
+
+def test_a_sweep_of_runs_is_compared_and_a_run_alone_is_not(monkeypatch, tmp_path):
+    compared = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "compare", lambda job: compared.append(job.values))
+    monkeypatch.setitem(COMMANDS, "train", lambda job: None)
+    main(["--multirun", "name=one"])
+    main(["--multirun", "name=one,two"])
+    assert compared == [{"runs": ["runs/one", "runs/two"], "output": "runs/sweep"}]
+
+
+def test_only_a_command_that_resumes_says_so(monkeypatch, capsys):
+    def stop(_):
+        raise PreemptedError("Stopped.", "SIGTERM")
+
+    for name, says in (("generate", False), ("prepare", True)):
+        monkeypatch.setitem(COMMANDS, name, stop)
+        with pytest.raises(SystemExit):
+            main([name, "x"] if name == "generate" else [name])
+        assert ("resumes" in capsys.readouterr().err) is says
+
+
+def test_a_command_leaves_hydra_s_setting_as_it_was(monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setitem(COMMANDS, "train", lambda job: None)
+    main(["name=one"])
+    assert os.environ["HYDRA_FULL_ERROR"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("words", "source", "run_dir", "begun"),
+    [
+        (["owner/Llama-1B"], "from_pretrained", "runs/Llama-1B-drope", False),
+        (["runs/old one"], "from_run", "runs/old-one-drope", False),
+        (["runs/old one", "name=mine"], "from_run", "runs/mine", True),
+        (["runs/old one", "name=mine", "overwrite=true"], "from_run", "runs/mine", False),
+        (["runs/old one", "run_dir=runs/mine"], "from_run", "runs/mine", True),
+    ],
+)
+def test_recalibrate_begins_with_its_model_where_it_is_asked_to(
+    monkeypatch, tmp_path, words, source, run_dir, begun
+):
+    monkeypatch.chdir(tmp_path)
+    for place in ("runs/old one", "runs/mine"):
+        (tmp_path / place).mkdir(parents=True)
+    (tmp_path / "runs/mine/config.yaml").touch()
+    (tmp_path / "a.txt").write_text("Words.")
+    asked = []
+
+    def chosen_keys(*given):
+        asked.extend(given)
+        return {"optimizer.lr": 0.5}
+
+    monkeypatch.setattr("trainer.workflows.recalibrate.chosen_keys", chosen_keys)
+    job = compose_words([*words, "text=a.txt", "minutes=3", "optimizer.name=muon"], "recalibrate")
+    _, chosen = commands.choose_keys(job, 7.0)
+    record = Path(run_dir, "config.yaml") if begun else None
+    assert asked == [words[0], 3.0, {"optimizer.name": "muon"}, 7.0, record]
+    assert (job.values["model"][source], job.values["run_dir"]) == (words[0], run_dir)
+    assert job.values["optimizer"]["lr"] == chosen["optimizer.lr"] == 0.5
+    assert job.values["data"]["files"] == ["a.txt"]

@@ -371,7 +371,7 @@ def run_of(job: Job) -> Run:
             key = word.lstrip("+").partition("=")[0]
             if re.match(r"model(\.|$)", key) and not key.startswith(NOT_OF_WEIGHTS):
                 raise UserError(f"{key}: the trained weights bring their shape")
-            if key in ("positional", "positional.layers", "positional.heads", "positional.windows"):
+            if re.match(r"positional($|\.(layers|heads|windows)\b)", key):
                 raise UserError(f"{key}: the trained weights bring their encoding")
     run = parse(job.values)
     drops = run.phases.drop_step is not None or run.controls  # which may drop

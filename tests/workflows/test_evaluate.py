@@ -160,9 +160,62 @@ def test_claims_are_about_the_first_model_of_each_role(tmp_path, monkeypatch):
             False,
         ),
     ):
-        evaluate.publish(report(), models_, tmp_path)
+        made = evaluate.publish(report(), models_, tmp_path)
+        notes = [note.partition(",")[0] for note in made.notes if "seeds" in note]
+        assert notes == ["RoPE: mean of 2 seeds"] * (len(models_) == 5)
         assert judged[-1].models == roles
         assert judged[-1].one_text is is_one
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "place"),
+    [
+        ({}, "default", "home/evaluation"),
+        ({}, "ruler", "home/lengths/ruler"),
+        ({"name": "mine"}, "ruler", "home/lengths/mine"),
+        ({"output": "there"}, "ruler", "there"),
+        ({"compare": ["b"]}, "default", "home/evaluation"),
+    ],
+)
+def test_an_evaluation_is_of_the_text_of_its_model_and_lies_with_it(
+    tmp_path, monkeypatch, changes, name, place
+):
+    """The state before the drop, which comes along, is the first to be measured."""
+    monkeypatch.chdir(tmp_path)
+    before, model = (
+        SimpleNamespace(reference=reference, home=Path(home), run=SimpleNamespace(name=reference))
+        for reference, home in (("before", "elsewhere"), ("a", "home"))
+    )
+    seen = []
+
+    def found(references, training_length, *, with_origins):
+        assert with_origins is ("compare" not in changes)
+        seen.append((references, training_length))
+        return [before, model]
+
+    def measured(title, models, config, text, cells):
+        seen.append((title, text, cells))
+        return report()
+
+    monkeypatch.setattr(evaluate, "find_models", found)
+    monkeypatch.setattr(evaluate, "held_out_corpus", lambda text, model: (text, model.reference))
+    monkeypatch.setattr(evaluate, "held_out_of", lambda corpus, model: (corpus, model.reference))
+    monkeypatch.setattr(evaluate, "measure_models", measured)
+    monkeypatch.setattr(evaluate, "publish", lambda report, models, directory: report)
+    asked = EvaluationRequest("a", evaluation=EvaluationConfig(training_length=48), **changes)
+    made, directory = evaluate_lengths(asked, name)
+    assert directory == Path(place)
+    assert seen[0] == (["a", *changes.get("compare", [])], 48)
+    assert seen[1] == ("a", ((None, "a"), "a"), Path(place, "cells"))
+    assert made.config["request"] == evaluate.plain_request(asked)
+
+
+@pytest.mark.parametrize(("first", "bos"), [(7, (7,)), (0, (0,)), (None, ())])
+def test_held_out_texts_begin_as_the_model_s(first, bos):
+    tokens = SimpleNamespace(first=first)
+    corpus = SimpleNamespace(test="test", validation="validation")
+    text = evaluate.held_out_of(corpus, SimpleNamespace(run=None, tokens=tokens))
+    assert (text.split, text.bos, text.training_share) == ("test", bos, None)
 
 
 def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
@@ -223,6 +276,7 @@ def test_another_evaluation_writes_beside_the_first(runs, tmp_path):
     for asked, expected in ((first, "usual"), (other, "usual-2"), (first, "usual")):
         place = evaluate.place_of(asked, usual)
         assert place.name == expected
+        assert evaluate.place_of(replace(asked, plugins=["a.py"], plots=None), usual) == place
         place.mkdir(exist_ok=True)
         record = {"config": {"request": evaluate.plain_request(asked)}}
         (place / "facts.json").write_text(json.dumps(record))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -21,7 +23,7 @@ from trainer.config import EvaluationRequest
 from trainer.evaluation import engine
 from trainer.report.pages import write_renderings
 from trainer.report.report import FACTS, RunSummary, troubles
-from trainer.runs.directory import open_run_directory, plain, write_metrics
+from trainer.runs.directory import locked, open_run_directory, plain, write_metrics
 from trainer.runs.models import name_and_role, without_home
 from trainer.runs.parsing import merged, parse
 from trainer.workflows import experiment
@@ -235,6 +237,66 @@ def test_a_time_limit_counts_from_the_start_of_the_command(base, tmp_path, monke
     assert began == {"run": 1000.0, "rope": 1000.0}
 
 
+def test_a_run_opens_its_text_its_directories_and_its_log(base, tmp_path, monkeypatch):
+    corpus = SimpleNamespace(parts=[SimpleNamespace(directory=Path("text"))])
+    checked = []
+    monkeypatch.setattr(experiment, "open_corpus", lambda run: corpus)
+    monkeypatch.setattr(experiment, "check_vocabularies", lambda runs, _: checked.extend(runs))
+    controls = {"controls": {"other": {"seed": 1}}}
+    run = parse({**base, "run_dir": str(tmp_path / "run"), **controls})
+    with ExitStack() as lock:
+        assert experiment._open(run, lock) == ["text"]
+        with pytest.raises(UserError, match="another process"), locked(run.directory):
+            pass
+    assert checked == ["main", "other"]
+    names = ("config.yaml", "log.txt", "controls/other/config.yaml")
+    assert all((run.directory / name).is_file() for name in names)
+
+
+def test_a_report_without_an_evaluation_tells_of_the_last_phase_and_the_first_drop(
+    tmp_path, monkeypatch
+):
+    longer, dropped, again = (change(step, 2.0, 3.0, what="x", length=64) for step in (4, 6, 8))
+    phases = {
+        "a": {"steps": 4},
+        "b": {"steps": 2, "sequence_length": 64},
+        "c": {"steps": 2, "sequence_length": 64, "drop": {"layers": [0]}},
+        "d": {"steps": 2, "sequence_length": 64, "drop": {}},
+    }
+    values = {"run_dir": str(tmp_path), "data": {"sequence_length": 32}, "phases": phases}
+    run = parse({**values, "evaluation": {"enabled": False}})
+    state = {"effects": {"b": longer, "c": dropped, "d": again}, "benchmarks": [{"step": 4}]}
+    path = tmp_path / "last"
+    model = SimpleNamespace(name="Mine", parameters=1, state=state, path=path)
+    rates = [{"step": step, "tokens_per_second": x} for step, x in enumerate((9, 1, 5, 3))]
+    write_metrics(tmp_path / "metrics.csv", rates)
+
+    def found(references, unit, *, with_origins):
+        assert (references, with_origins) == ([str(path)], False)
+        return [model]
+
+    monkeypatch.setattr(experiment, "find_models", found)
+    monkeypatch.setattr(experiment, "environment", lambda corpus, device: {"device": device})
+    monkeypatch.setattr(experiment, "publish", lambda report, models, directory: report)
+    made = experiment.make_report(run, [path], None)
+    assert (made.training_length, made.drop) == (64, dropped)
+    assert made.config == without_home(plain(run.config))
+    (summary,) = made.runs
+    assert summary.tokens_per_second == 5
+    assert summary.milestones == ({"step": 4},)
+
+
+@pytest.mark.parametrize(("size", "is_refused"), [(None, False), (2, False), (3, True), (8, True)])
+def test_groups_of_shards_divide_the_ranks(base, monkeypatch, size, is_refused):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    run = parse({**base, "strategy": {"name": "hsdp", "shard_size": size}})
+    expected = nullcontext()
+    if is_refused:
+        expected = pytest.raises(UserError, match=rf"^strategy\.shard_size: .* 4 ranks, got {size}")
+    with expected:
+        check_machine(run)
+
+
 @pytest.mark.slow
 def test_a_diverged_run_is_reported_as_one(base, tmp_path):
     rates = {"optimizer": {"lr": 1e3, "weight_decay": 1e3}, "schedule": {"peak": 1e3}}
@@ -311,9 +373,10 @@ def test_a_run_whose_weights_are_not_finite_is_marked(tmp_path):
 
 @pytest.mark.parametrize("key", ["methods", "tasks"])
 def test_what_a_run_is_to_be_measured_by_exists_before_it_trains(base, key):
-    run = parse({**base, "evaluation": {key: ["none", "yarnn"]}})
-    with pytest.raises(UserError, match=rf"evaluation\.{key}: .*, got "):
-        check_machine(run)
+    wrong = {"evaluation": {key: ["none", "yarnn"]}}
+    for changes in (wrong, {"controls": {"other": wrong}}):
+        with pytest.raises(UserError, match=rf"evaluation\.{key}: .*, got "):
+            check_machine(parse({**base, "run_dir": "x", **changes}))
 
 
 class Counted(L.Callback):

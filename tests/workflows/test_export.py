@@ -1,7 +1,9 @@
 """Exports of runs: before and after the drop, with scaled logits, from published weights."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,6 +75,43 @@ def test_a_change_ends_what_longer_sequences_taught_before(
     monkeypatch.setattr(workflow, "export_model", lambda *args, **options: exported.append(args[0]))
     export("tiny", "to")
     assert exported[0].layout.training_length == context
+
+
+@pytest.mark.parametrize(
+    ("layers", "is_dropped", "encoding", "context"),
+    [
+        (["rope"], False, "kept", 64),
+        (["nope"], True, "dropped", 64),
+        (["half_rope"], True, "changed", 32),
+        (["alibi"], True, "changed", 32),
+        (["rope", "nope"], True, "changed", 32),
+    ],
+)
+def test_the_page_of_an_export_tells_what_became_of_the_encoding(
+    tiny_decoder, monkeypatch, layers, is_dropped, encoding, context
+):
+    """Scores are multiplied in layers that see more than C; a model without positions reads on."""
+    model = tiny_decoder(layers=layers, training_length=32, windows=[None, 16])
+    model.layout = model.layout.map(lambda s: s.with_temperature(scale=1.5))
+    at = 6 if is_dropped else None
+    run = RunConfig(name="mine", trainer=TrainerConfig(max_steps=12), drop=DropConfig(at=at))
+    run = replace(run, model=replace(run.model, from_run="runs/old" if is_dropped else None))
+    saved = SimpleNamespace(
+        run=run, state={"step": 10, "end_of_text": 0, "token_files": {}}, layout=model.layout,
+        path="path", longest_context=64, is_dropped=is_dropped, parameters=123,
+        tokens=SimpleNamespace(tokenizer=None), load=lambda: model,
+    )  # fmt: skip
+    exported = []
+    monkeypatch.setattr(workflow, "find_model", lambda reference: saved)
+    monkeypatch.setattr(workflow, "export_model", lambda *_, **options: exported.append(options))
+    export("tiny", "to", logit_scale=2.0)
+    assert exported[0]["card"] == {
+        "title": "mine", "parameters": 123, "steps": 10, "encoding": encoding,
+        "logit_scale": 2.0, "training_length": 32, "began_with": "old" if is_dropped else None,
+    }  # fmt: skip
+    assert model.layout.training_length == context
+    scales = [layer.spectra[0].temperature.scale for layer in model.layout.layers]
+    assert scales == [3.0, 1.5]
 
 
 @pytest.mark.slow

@@ -185,6 +185,48 @@ def test_sharding_takes_the_state_off_a_gpu():
     assert shard <= whole / 8 + 0.1
 
 
+def test_activations_that_are_computed_again_are_fewer():
+    """Of h, q, k and i numbers: a layer's inputs of norms, products and attention, and products."""
+    config = parse({"model": NANO | {"num_key_value_heads": 1, "head_dim": 16}}).config.model
+    h, q, k, i = 64, 32, 16, 160
+    layer = 5 * h + 4 * q + 3 * k + 4 * i
+    kept = 3 * h + 2 * q + 2 * k + 2 * i
+    assert activation_bytes(config, 4, "none") == 3 * 4 * layer
+    assert activation_bytes(config, 2, "selective") == 3 * 2 * kept + 2 * layer
+    assert activation_bytes(config, 2, "full") == 3 * 2 * h + 2 * layer
+
+
+def test_fp32_has_its_own_peak_and_takes_twice_the_memory():
+    """The TF32 peak of an A100 is 156 TFLOP/s, in bf16 312."""
+    hours, memory = {}, {}
+    for precision in ("fp32", "auto"):
+        trainer = {"precision": precision, "max_steps": 10**9, "batch_size": 1024}
+        tables = plan(parse({"model": NANO, "trainer": trainer}), 1, 0.5)
+        times = tables["Time at 50% of the peak"]["1 x A100-SXM4-80GB"]
+        hours[precision] = float(times.split()[0].replace(",", ""))
+        activations = tables["Memory of each of 1 GPUs, about"]["activations"]
+        memory[precision] = float(activations.split()[0].replace(",", ""))
+    assert hours["fp32"] == pytest.approx(2 * hours["auto"], rel=0.01)
+    assert memory["fp32"] == pytest.approx(2 * memory["auto"], rel=0.1)
+
+
+def test_phases_and_a_drop_are_told_with_their_own_tokens():
+    phases = {"a": {"steps": 10}, "b": {"steps": 3, "sequence_length": 128, "drop": {}}}
+    run = parse({"model": NANO, "data": {"sequence_length": 64}, "phases": phases})
+    rows = plan(run, 1, 0.5)["Training"]
+    assert rows["a"] == "10 steps of 32 x 64: 20,480 tokens"
+    assert rows["b"] == "3 steps of 32 x 128: 12,288 tokens, dropped the encoding (nope)"
+    assert rows["first drop"] == "after step 10, then 12,288 tokens"
+    assert rows["all tokens"] == "32,768"
+
+
+def test_a_group_of_shards_is_no_larger_than_all_gpus():
+    run = parse({"model": NANO | {"hidden_size": 4096}, "strategy": {"name": "hsdp"}})
+    tables = plan(run, 4, 0.5)["Memory of each of 4 GPUs, about"]
+    count = parameters(run.config.model)["in all"]
+    assert tables["weights, gradients, optimizer"] == f"{16 * count / 4 / 2**30:,.1f} GiB"
+
+
 @pytest.mark.slow
 def test_activations_are_about_those_that_autograd_saves():
     values = {"model": NANO | {"hidden_size": 128, "num_hidden_layers": 6, "vocab_size": 64}}

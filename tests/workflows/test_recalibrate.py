@@ -198,6 +198,25 @@ def test_cublas_can_be_deterministic_from_the_speed_test_on(monkeypatch):
     assert seen == [":4096:8"]
 
 
+def test_the_speed_test_computes_as_the_run_and_its_time_counts(monkeypatch):
+    """60 seconds of it leave 19 of 20 minutes."""
+    timed, left = [], []
+    monkeypatch.setattr(recalibrate, "shape_of", lambda _: shape("tiny", 2048))
+    monkeypatch.setattr(recalibrate, "measure_speed", lambda *given: timed.append(given[2:]))
+    monkeypatch.setattr(recalibrate, "choose", lambda *given: left.append(given[3]))
+    monkeypatch.setattr(recalibrate, "time", SimpleNamespace(time=lambda: 1060.0))
+    given = {"trainer.accelerator": "cpu", "trainer.threads": 3}
+    recalibrate.chosen_keys("llama", 20, given, 1000.0, None)
+    assert (timed, left) == ([("cpu", 3)], [19.0])
+
+
+def test_a_warmup_is_no_longer_than_its_run_and_a_small_evaluation_stays_small():
+    values = choose(*shape("135M", 2048), GPU, 20, {"trainer.max_steps": 6})
+    assert values["drop.schedule.warmup_steps"] == 6
+    most = evaluated(*shape("tiny", 64), 1e30, 64)
+    assert (most["evaluation.windows"], most["evaluation.needles.trials"]) == (32, 8)
+
+
 @pytest.mark.parametrize("given", [{}, {"optimizer.lr": 1e-3}], ids=["usual", "high rate"])
 def test_a_run_that_has_begun_keeps_all_that_was_chosen(given, tmp_path):
     """However many minutes are left, and whatever the keys are by default."""
@@ -306,6 +325,14 @@ def test_the_speed_is_that_of_steps_of_a_model_of_this_shape():
     assert speed.pass_tokens == 2048
 
 
+def test_the_fastest_of_three_steps_counts(monkeypatch):
+    times = iter([0.0, 9.0, 10.0, 12.0, 20.0, 25.0])
+    monkeypatch.setattr(recalibrate, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    model = shape("tiny", 2048)
+    speed = recalibrate.measure_speed(*model, "cpu", 1)
+    assert speed.operations == training_flops(*model, 512) / 2.0
+
+
 def test_steps_are_timed_with_the_kernels_of_training(monkeypatch):
     """Training forbids cuDNN's attention unless it is the model's backend."""
     loss, allowed = Decoder.loss, []
@@ -373,6 +400,15 @@ def test_the_time_for_training_may_be_hours(recalibrated, minutes, limit):
     """Three quarters of the minutes, 5 of which are over."""
     (only,), _ = recalibrated(None, minutes=minutes)
     assert only.trainer.max_time == limit
+
+
+def test_lengths_of_a_run_that_has_begun_are_not_checked_again(recalibrated, tmp_path):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / RECORD).write_text("controls: {}")
+    too_long = {"evaluation": {"tokens": [64, 601]}}
+    recalibrated(None, overwrite=False, **too_long)
+    with pytest.raises(UserError, match="no text"):
+        recalibrated(None, overwrite=True, **too_long)
 
 
 def test_a_slower_run_has_the_steps_that_it_took_and_one_more(recalibrated):

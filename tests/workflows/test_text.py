@@ -38,6 +38,35 @@ def test_a_checkpoint_without_its_state_keeps_no_run_from_resuming(tmp_path, mon
     assert open_corpus(parse({"run_dir": str(tmp_path)})) is None
 
 
+def test_a_resumed_run_gets_the_text_of_its_newest_checkpoint(tmp_path, monkeypatch):
+    for name in ("before-drop", "step-000002", "step-000011"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    monkeypatch.setattr(
+        text, "regular_checkpoints", lambda d: [d / "step-000002", d / "step-000011"]
+    )
+    monkeypatch.setattr(text, "read_state", lambda path: {"texts": path.name})
+    monkeypatch.setattr(text, "prepare_corpus", lambda *_, alone, wanted: (alone, wanted))
+    run = parse({"run_dir": str(tmp_path)})
+    assert open_corpus(run) == (True, "step-000011")
+    assert open_corpus(parse({"run_dir": str(tmp_path), "overwrite": True})) == (True, None)
+    monkeypatch.setattr(text, "regular_checkpoints", lambda _: [])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert open_corpus(run) == (False, "before-drop")
+
+
+def test_weights_bring_their_tokenizer_unless_another_is_configured():
+    weights = SimpleNamespace(
+        require_tokenizer=lambda: Tokenizer(WordLevel({"<eos>": 0}, unk_token="<eos>")),
+        token_files={},
+        end_of_text=None,
+    )
+    run = replace(parse({}), weights=weights)
+    assert text.tokens_of_weights(run).end == 0
+    other = replace(run.config, tokenizer=replace(run.config.tokenizer, path="tokenizer.json"))
+    assert text.tokens_of_weights(replace(run, config=other)) is None
+    assert text.tokens_of_weights(parse({})) is None
+
+
 def test_a_model_has_an_embedding_for_every_token_of_its_own_tokenizer(monkeypatch):
     def tokenizer(word):
         return Tokenizer(WordLevel({word: 299}, unk_token=word))
