@@ -98,6 +98,52 @@ def test_the_model_before_the_drop_is_first_and_the_page_is_of_the_other(
     assert named["C"] == (C, f"Trained at {C:,}")
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "other"),
+    [
+        ("drop", "step-000012", "before-drop"),
+        ("all", "step-000012", "before-drop"),
+        ("sinks", "step-000012", None),
+        ("drop", "before-drop", None),
+    ],
+)
+def test_a_run_is_compared_with_its_state_before_the_drop(tmp_path, monkeypatch, kind, name, other):
+    (tmp_path / "before-drop").mkdir()
+    monkeypatch.setattr(analyze, "find_model", lambda reference: reference)
+    saved = SimpleNamespace(path=tmp_path / name, run="run", reference="a")
+    found = analyze._other(AnalysisRequest("a"), saved, kind)
+    assert found == (other and str(tmp_path / other))
+
+
+def test_analyses_of_two_models_come_last_with_the_later_model_alone_in_the_others(
+    tiny_decoder, monkeypatch
+):
+    def topic(name, models):
+        def function(*targets):
+            return name, [target.name for target in targets]
+
+        function.name, function.kind, function.models = name, name, models
+        return function
+
+    topics = {name: topic(name, models) for name, models in (("b", 2), ("d", 1), ("c", 1))}
+    monkeypatch.setattr(analyze, "TOPICS", topics)
+    ids = torch.zeros(1, 40, dtype=torch.long)
+    first, last = (Target(name, tiny_decoder(), ids, AnalysisConfig()) for name in ("x", "y"))
+    both = [("c", ["y"]), ("d", ["y"])]
+    assert analyze.analyses_of(first, last) == [*both, ("b", ["x", "y"])]
+    assert analyze.analyses_of(last) == both
+
+
+def test_a_method_of_an_analysis_leaves_layers_with_windows_alone(tiny_decoder):
+    layout = tiny_decoder(windows=[16, None]).layout
+    saved = SimpleNamespace(name="tiny", layout=layout, training_length=32, computed_by=None)
+    model = SimpleNamespace(layout=None)
+    analyze.use_method(model, saved, "pi", 64)
+    windowed, full = (layer.spectra[0].inv_freq for layer in model.layout.layers)
+    assert windowed == layout.spectra[0].inv_freq
+    assert full == pytest.approx([frequency / 2 for frequency in windowed])
+
+
 @pytest.mark.parametrize(("key", "most"), [("pairs", 3), ("prefixes", 40)])
 def test_a_pair_or_a_prefix_that_does_not_exist_is_refused(tiny_decoder, key, most):
     model = tiny_decoder(layers=["rope"]).eval()
@@ -213,6 +259,7 @@ def test_what_is_asked_for_is_what_was_stated(byte_tokenizer):
     ids = torch.tensor([words[:2000], words[12:2012]])
     made = needle_prompt(byte_tokenizer, ids, 1500, 0.1)
     assert made.ids.shape == (2, 1500)
+    assert len(needle_prompt(byte_tokenizer, ids[[0] * 6], 1500, 0.1).ids) == 4
     for row in made.ids.tolist():
         stated = byte_tokenizer.decode(row[made.needle])
         asked = byte_tokenizer.decode(row[-made.question :])
