@@ -421,14 +421,14 @@ def test_a_plan_is_for_the_gpus_of_its_strategy(capsys, strategy, gpus):
     assert f"Memory of each of {gpus} GPUs" in capsys.readouterr().out
 
 
-def test_a_sweep_of_runs_is_compared_and_a_run_alone_is_not(monkeypatch, tmp_path):
+def test_a_sweep_of_runs_is_compared_and_a_run_alone_is_not(monkeypatch):
     compared = []
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(commands, "compare", lambda job: compared.append(job.values))
-    monkeypatch.setitem(COMMANDS, "train", lambda job: None)
-    main(["--multirun", "name=one"])
-    main(["--multirun", "name=one,two"])
-    assert compared == [{"runs": ["runs/one", "runs/two"], "output": "runs/sweep"}]
+    sweep = commands.Sweep([])
+    sweep.outcomes = {0: "ran", 1: "ran"}
+    for sweep.runs in (["a"], ["a", "b"]):
+        sweep.show()
+    assert compared == [{"runs": ["a", "b"], "output": "runs/sweep"}]
 
 
 def test_only_a_command_that_resumes_says_so(monkeypatch, capsys):
