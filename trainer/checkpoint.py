@@ -412,11 +412,8 @@ def _put_aside(path: Path) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return ``state.json`` of a checkpoint.
-
-    Raises:
-        UserError: the checkpoint is of another version's format.
-    """
+    """Return ``state.json`` of a checkpoint; raise a UserError if it is of another version's
+    format."""
     state = json.loads((path / STATE).read_bytes())
     version = state.get("format", 1)
     if version == FORMAT - 1:

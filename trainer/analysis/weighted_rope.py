@@ -67,11 +67,8 @@ def count_pairs(chosen: Sequence[Intervention]) -> int:
 
 
 def apply(layout: Layout, chosen: Sequence[Intervention]) -> Layout:
-    """Return ``layout``, rescaled or not, with these factors.
-
-    Raises:
-        ValueError: a layer already has an intervention.
-    """
+    """Return ``layout``, rescaled or not, with these factors; raise a ValueError if a layer already
+    has an intervention."""
     layers = [*layout.layers]
     for number, factors in enumerate(chosen):
         if factors != Intervention():

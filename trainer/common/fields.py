@@ -33,11 +33,8 @@ adapter: Callable[..., TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def validated(schema: type[T], values: dict[str, Any], prefix: str = "") -> T:
-    """Return ``values`` as the dataclass ``schema``; ``prefix``: of their keys in messages.
-
-    Raises:
-        UserError: pydantic's messages of unknown keys and wrong values, a line each.
-    """
+    """Return ``values`` as the dataclass ``schema``; ``prefix``: of their keys in messages. Raise a
+    UserError with pydantic's messages of unknown keys and wrong values, a line each."""
     try:
         return adapter(schema).validate_python(values)
     except ValidationError as error:

@@ -80,11 +80,8 @@ def checksums_once(directory: Path, names: Sequence[str], cache: Path) -> Checks
 
 
 def check_once(directory: Path, expected: Checksums, cache: Path) -> None:
-    """Check a prepared text, see :func:`checksums_once`. Text of older versions has no checksums.
-
-    Raises:
-        UserError: a file has other bytes than were prepared.
-    """
+    """Check a prepared text, see :func:`checksums_once`; raise a UserError if a file has other
+    bytes than were prepared. Text of older versions has no checksums."""
     if not expected:
         _warn_once("%s has no checksums: damage to it would pass unnoticed", directory)
     actual = checksums_once(directory, [*expected], cache)

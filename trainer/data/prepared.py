@@ -99,11 +99,8 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest":
-        """Read the manifest of a directory.
-
-        Raises:
-            UserError: it is damaged, or of another format.
-        """
+        """Read the manifest of a directory; raise a UserError if it is damaged, or of another
+        format."""
         path = directory / "manifest.json"
         content = f"the manifest of a prepared text; remove {directory} and prepare it again"
         with expecting(content, path):
@@ -224,11 +221,8 @@ def directory_of(config: DataConfig, tokenizer: TokenizerChoice, wanted: str | N
 
 
 def prepare(config: DataConfig, tokenizer: TokenizerChoice) -> Path:
-    """Prepare a text or the rest of it, unless it is complete; return its directory.
-
-    Raises:
-        UserError: there are fewer than three different documents, or nothing would be trained on.
-    """
+    """Prepare a text or the rest of it, unless it is complete; return its directory. Raise a
+    UserError if there are fewer than three different documents, or nothing would be trained on."""
     if config.validation + config.test >= 1 or not config.validation or not config.test:
         raise UserError(
             "data.validation, data.test: expected shares above 0 and of less than 1 together, "

@@ -29,11 +29,8 @@ table or of a JSON list are its rows."""
 
 
 def read_column(path: str, column: str) -> Iterator[str | None]:
-    """Yield the texts of a column of a file, here or at an address.
-
-    Raises:
-        UserError: the file is damaged, is no UTF-8, or has a row without a text.
-    """
+    """Yield the texts of a column of a file, here or at an address; raise a UserError if the file
+    is damaged, is no UTF-8, or has a row without a text."""
     suffix = format_of(path)
     if suffix is None:
         raise UserError(f"data.files: {path}: expected {', '.join(READERS)}")

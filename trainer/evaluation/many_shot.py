@@ -80,11 +80,8 @@ def right_final_answer(text: str, answers: Sequence[str]) -> float:
 def many_shot_tasks(
     settings: ManyShotSettings, encoder: Encoder, seed: int = SEED
 ) -> list[PromptTask]:
-    """Return the tasks in the order of :data:`TASKS`.
-
-    Raises:
-        UserError: no file is named, or a problem has no answer.
-    """
+    """Return the tasks in the order of :data:`TASKS`; raise a UserError if no file is named, or a
+    problem has no answer."""
     if settings.file is None:
         raise UserError("evaluation.many_shot.file: expected a file of MATH, got null")
     problems = read_problems(settings.file)

@@ -71,11 +71,8 @@ class PromptTask:
     never_first: tuple[int, ...] = ()
 
     def at(self, length: int, limit: int = sys.maxsize) -> Task:
-        """Return the task at a length, with at most ``limit`` prompts, spread evenly over all.
-
-        Raises:
-            UserError: a prompt and its answer are longer.
-        """
+        """Return the task at a length, with at most ``limit`` prompts, spread evenly over all;
+        raise a UserError if a prompt and its answer are longer."""
         prompts = self.prompts(length)
         longest = max((len(p.tokens) + p.new_tokens for p in prompts), default=0)
         check_room(length - longest, self.name, length)

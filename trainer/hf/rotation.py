@@ -70,11 +70,8 @@ def drop_rotation(model: Model) -> Model:
 
 
 def restore_rotation(model: Model) -> Model:
-    """Undo :func:`drop_rotation`, in place, and return the model.
-
-    Raises:
-        ValueError: the model was loaded without rotation.
-    """
+    """Undo :func:`drop_rotation`, in place, and return the model; raise a ValueError if it was
+    loaded without rotation."""
     parts = find_parts(model)
     if parts.is_loaded_dropped():
         raise ValueError(
@@ -105,10 +102,7 @@ def name_base(model: nn.Module, name: str) -> None:
 
 def is_dropped(model: nn.Module) -> bool:
     """Whether the text decoder in ``model`` has no rotation, by :func:`drop_rotation` or as loaded.
-
-    Raises:
-        ValueError: there is no rotary encoding.
-    """
+    Raise a ValueError if there is no rotary encoding."""
     return find_parts(model).is_dropped()
 
 
@@ -194,11 +188,8 @@ class Parts:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """Return the parts of the one model of transformers in ``model`` that is trained.
-
-    Raises:
-        ValueError: there is no rotary encoding, or that of several models.
-    """
+    """Return the parts of the one model of transformers in ``model`` that is trained; raise a
+    ValueError if it has no rotary encoding, or there are several."""
     models: list[Parts] = []
     seen: set[nn.Module] = set()
     for module in model.modules():

@@ -293,11 +293,8 @@ def ends_step(trainer: L.Trainer, index: int) -> bool:
 
 
 def check_updates(module: LanguageModule) -> None:
-    """Check that updates of a module can be what they promise.
-
-    Raises:
-        UserError: they cannot with this strategy, precision, clipping, optimizer or scheduler.
-    """
+    """Raise a UserError if updates of a module cannot be what they promise with this strategy,
+    precision, clipping, optimizer or scheduler."""
     trainer = module.trainer
     strategy = trainer.strategy
     precision = str(trainer.precision)

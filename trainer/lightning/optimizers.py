@@ -47,11 +47,8 @@ def muon(
     betas: tuple[float, float] = (0.9, 0.95),
     muon_lr: float = 0.02,
 ) -> torch.optim.Optimizer:
-    """Create Muon for the matrices of blocks, with AdamW for the rest.
-
-    Raises:
-        ValueError: the model is sharded.
-    """
+    """Create Muon for the matrices of blocks, with AdamW for the rest; raise a ValueError if the
+    model is sharded."""
     matrices, *rest = groups
     if any(isinstance(matrix, DTensor) for matrix in matrices["params"]):
         raise ValueError("optimizer: muon needs whole matrices (one process or DDP)")

@@ -139,12 +139,7 @@ def read_prompts(
 
 
 def read_rows(
-    model: LanguageModel,
-    ids: Tensor,
-    cache: KVCache,
-    length: int | None = None,
-    *,
-    last: int = 1,
+    model: LanguageModel, ids: Tensor, cache: KVCache, length: int | None = None, *, last: int = 1
 ) -> Tensor:
     """Read ``[B, T]`` tokens after what a cache holds.
 

@@ -59,11 +59,8 @@ def by_name(name: str, head_dim: int, training_length: int, **values: Any) -> Sp
 
 
 def rotated_pairs(head_dim: int, fraction: float) -> int:
-    """Return the number of pairs that rotate if a ``fraction`` of the channels rotates.
-
-    Raises:
-        ValueError: it is an odd number of channels, or no fraction.
-    """
+    """Return the number of pairs that rotate if a ``fraction`` of the channels rotates; raise a
+    ValueError if it is an odd number of channels, or no fraction."""
     if not 0 <= fraction <= 1:
         raise ValueError(f"expected a rotary_fraction from 0 to 1, got {fraction:g}")
     rotary_dim = round(head_dim * fraction, 6)  # 100 * 0.14 is 14.000000000000002

@@ -175,11 +175,8 @@ def _copy_rows(source: Path, target: Path, state: Mapping[str, Any]) -> int:
 
 
 def user_callbacks(config: RunConfig) -> list[L.Callback]:
-    """Create the configured callbacks.
-
-    Raises:
-        UserError: one of them cannot be created, or would do something else than its name says.
-    """
+    """Create the configured callbacks; raise a UserError if one cannot be created, or would do
+    something else than its name says."""
     callbacks: list[L.Callback] = []
     for name, values in config.callbacks.items():
         arguments = dict(values)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -126,7 +126,6 @@ def use_method(model: LanguageModel, saved: SavedModel, name: str, length: int) 
     if tokens_read(name, saved.layout) is not None:
         raise UserError(f"analysis.method: expected one that reads whole texts, got {name}")
     factor = max(1.0, length / saved.training_length)
-    config = replace(config, layers=saved.layout.chosen(config.layers))
     model.layout = changed(name, saved.layout, factor, config)
     log.info("%s is read with %s, set for %s tokens", saved.name, title_of(name), f"{length:,}")
 
