@@ -139,7 +139,7 @@ class Evaluated:
         task = replace(TASK, length=self.length, fingerprint=self.fingerprint)
         task = replace(task, titles={self.title: "A"})
         (fit,) = _fits(model, [self.method], [task], setup)
-        (cell,) = _cells(model, self.method, {self.length: self.layout}, [task], setup)
+        (cell,) = _cells(model, fit, [self.layout], [task], setup)
         return fit.key, cell.key
 
 
