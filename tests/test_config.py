@@ -176,7 +176,8 @@ def test_wrong_values_are_a_line_each():
         ("data.mixture.a.weight", {"data": {"mixture": {"a": {"weight": -3}}}}),
         ("data.mixture.a.validation", {"data": {"mixture": {"b": {}, "a": {"validation": 5}}}}),
         ("data.mixture.a.fiels", {"data": {"mixture": {"a": {"fiels": ["x"]}}}}),
-        ("data.mixture.a.needles.share", {"data": {"mixture": {"a": {"needles": {"share": 2}}}}}),
+        ("data.mixture.a", {"data": {"mixture": {"a": {"needles": {"share": 1}}}}}),
+        ("data.prepared", {"data": {"prepared": "x", "mixture": {"a": {}}}}),
     ],
 )
 def test_a_wrong_value_is_one_line_that_begins_with_its_key(key, values):

@@ -17,6 +17,7 @@ from pydantic import (
     PositiveInt,
 )
 
+from trainer.common.errors import UserError
 from trainer.common.fields import Share, configuration, validated
 from trainer.common.schedule import Schedule, schedule
 from trainer.model.config import ModelConfig
@@ -37,6 +38,8 @@ Names = Annotated[Distinct, Field(min_length=1)]
 """At least one name."""
 MAIN = "main"
 """Name of the run itself among its controls."""
+OF_ALL_TEXTS = {"sequence_length", "document_mask", "needles", "num_workers", "mixture"}
+"""Keys of data that no text of a mixture has for itself."""
 PERIOD = 10_000
 """Samples in which each text of a mixture has exactly its share."""
 Window = Literal["hann", "hamming", "blackman", "rectangular"]
@@ -96,8 +99,8 @@ class DataConfig:
     sequence_length: Length = 64
     """Tokens of a sequence; the training length of the model."""
     mixture: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Several texts by name, each with changes to the keys above: {name: {weight: 0.7, hub_name:
-    ...}, ...}."""
+    """Several texts by name, each with changes to the keys of a source: {name: {weight: 0.7,
+    hub_name: ...}, ...}."""
     document_mask: bool = False
     """Keep attention within a document."""
     needles: NeedlesConfig = field(default_factory=NeedlesConfig)
@@ -110,9 +113,14 @@ class DataConfig:
     def texts(self) -> dict[str, "DataConfig"]:
         """Every text by name; one alone is called ``text``. Wrong keys of a mixture's text raise a
         UserError."""
-        shared = vars(self) | {"prepared": None, "weight": 1.0}
+        if self.mixture and self.prepared:
+            raise UserError("data.prepared: expected data.mixture.NAME.prepared of each text")
+        shared = vars(self) | {"weight": 1.0}
         texts = {}
         for name, changes in self.mixture.items():
+            misplaced = sorted(OF_ALL_TEXTS & changes.keys())
+            if misplaced:
+                raise UserError(f"data.mixture.{name}: expected {misplaced} in data, for all texts")
             values = shared | changes | {"mixture": {}}
             texts[name] = validated(DataConfig, values, f"data.mixture.{name}.")
         return texts or {"text": self}
@@ -693,7 +701,7 @@ class AnalysisConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the weights: fp32, bf16."""
     frequency_entropy: ShortTime = field(default_factory=ShortTime)
-    prefixes: list[PositiveInt] = field(default_factory=list)
+    prefixes: list[Annotated[int, Field(ge=6)]] = field(default_factory=list)
     """First tokens whose frequency entropies are shown as well (Frequency Entropy, App. F)."""
     attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
     needle: NeedleSettings = field(default_factory=NeedleSettings)

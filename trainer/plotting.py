@@ -96,7 +96,7 @@ def use_style(width: str = "double", font: str = "sans", size: float = 8.0) -> N
 
 Array = np.ndarray
 GROUPS = (ORANGE, BLUE, SKY, GREEN, PINK, AMBER, BLACK)
-"""Colours of groups of points: the first one's, of keys, and those that the others repeat."""
+"""Colours of groups of points: the first group, such as keys, has the first one alone."""
 _MARKED = 16  # points of a line; longer lines have no markers
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 _MARKERS = "osD^vPX<>*"
@@ -533,7 +533,7 @@ def save(figure: Figure, stem: Path) -> Path:
     """Write ``stem.png`` (300 dpi), ``stem.svg`` and ``stem.pdf``, all on white, with text as text
     and without dates; return the SVG's path."""
     for text in figure.findobj(Text):
-        # A dollar sign in a name must not start a formula; a logarithmic axis has ticks that are.
+        # A dollar sign in a name must not start a formula, as it does in ticks of logarithmic axes.
         if "$" in text.get_text() and r"\mathdefault" not in text.get_text():
             text.set_parse_math(False)
     with mpl.rc_context(_style.get().settings()):

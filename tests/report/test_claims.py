@@ -318,6 +318,15 @@ def test_a_rising_loss_is_sure_over_the_windows(spread, shown):
     assert "+12.5% (" in observation.evidence
 
 
+def test_windows_are_compared_with_themselves():
+    """Each length has one that the other lacks; those of both rise by 1/4."""
+    near = loss((3.0, 4.0, 5.0, 6.0), length=64, groups=[0, 1, 2, 3])
+    far = loss((5.0, 6.25, 7.5, 9.0), length=512, groups=[1, 2, 3, 4])
+    (observation,) = observe(evidence(near, far))
+    assert observation.shown
+    assert "+25.0% (" in observation.evidence
+
+
 @pytest.mark.parametrize(
     ("mean", "spread", "shown"),
     [(3.98, 0.0, True), (4.0, 0.0, None), (3.98, 0.2, None), (4.09, 0.0, None), (4.5, 0.1, False)],

@@ -230,7 +230,9 @@ def test_losses_on_different_texts_stand_in_different_tables(tmp_path):
         ["a: RoPE"],
         ["b: RoPE"],
     ]
-    assert [table.note.partition(". ")[0] for table in losses] == ["a, C = 64", "b, C = 64"]
+    assert [table.note.partition(". ")[0] for table in losses] == [
+        f"Held-out text of corpus {name}, C = 64 tokens" for name in "ab"
+    ]
     assert scores.note.startswith("With")
 
 

@@ -98,6 +98,15 @@ def test_a_control_that_cannot_be_compared_is_refused(control, message):
         parse(controlled(other=control))
 
 
+def test_a_control_drops_where_its_run_has_nothing_to_drop():
+    """Controls begin with the keys that were given, whatever the run itself makes of them."""
+    values = {"positional": {"layers": ["nope"]}, "drop": {"at": 0.75}}
+    run = parse(values | {"controls": {"drope": {"positional": {"layers": ["rope"]}}, "same": {}}})
+    assert run.phases.drop_step is None
+    assert run.controls["drope"].phases.drop_step == round(0.75 * run.config.trainer.max_steps)
+    assert run.controls["same"].phases.drop_step is None
+
+
 def test_a_control_branches_off_where_its_run_has_saved():
     """Before the first step a run saves nothing but its state before a drop."""
     for_drop = controlled(drop=0, other={"branch": "drop", "drop": {"at": 0}})

@@ -91,7 +91,9 @@ def test_scores_are_named_by_task_and_length_in_those_of_the_last_phase(
     assert [read for _, read in tasks] == [[999]] * 3
 
 
-def test_tasks_of_benchmarks_are_of_the_last_phase_and_few_questions(base, corpus, monkeypatch):
+def test_tasks_of_benchmarks_are_of_the_last_phase_and_few_questions(
+    base, corpus, monkeypatch, caplog
+):
     """At 2/3 and twice its 64 tokens, each length once; beside other windows of the evaluation."""
     values = {
         **{"run_dir": "x", "drop": {"at": None}, "phases": PHASES},
@@ -102,8 +104,10 @@ def test_tasks_of_benchmarks_are_of_the_last_phase_and_few_questions(base, corpu
         },
     }
     asked = []
-    monkeypatch.setattr(measurements, "make_tasks", lambda *given: (asked.append(given), None))
+    notes = ["One is left out."]
+    monkeypatch.setattr(measurements, "make_tasks", lambda *given: (asked.append(given), notes))
     measurements.benchmark_tasks(parse(merged(base, values)), corpus)
+    assert caplog.messages == ["benchmarks: One is left out."]
     ((text, evaluation, lengths, training_length),) = asked
     assert (lengths, training_length) == ([43, 128], 64)
     assert (evaluation.tasks, evaluation.windows, evaluation.limit) == (["perplexity"], 7, 7)

@@ -267,7 +267,12 @@ def singular_values_plot(curves: Curves) -> Plot:
         curves.panel("keys", "key_stable_rank", y="stable rank"),
         curves.panel("queries", "query_stable_rank", y="stable rank"),
     ]
+    caption = "Stable rank by length; mean and 80% of heads (RoPE-ID, Fig. 4)."
     if "plain" in curves.looks:
+        caption = (
+            "Stable rank, and first singular value after over before the rotation, by length; mean "
+            "and 80% of heads; thin: each head, from the first layer (dark) on (RoPE-ID, Fig. 4)."
+        )
         y = "after / before"
         for side in reversed(SIDES):
             ratio = curves.values[f"{side}_fsv_ratio"]
@@ -277,8 +282,7 @@ def singular_values_plot(curves: Curves) -> Plot:
     return curves.plot(
         "singular_values",
         panels,
-        "Stable rank, and first singular value after over before the rotation, by length; mean "
-        "and 80% of heads; thin: each head, from the first layer (dark) on (RoPE-ID, Fig. 4).",
+        caption,
         columns=2,
         height=2.0,
     )

@@ -125,9 +125,7 @@ def frequency_entropies(
     """Compute the frequency entropies of every layer, with one text in memory at a time.
 
     ``ids``: ``[B, T]`` texts; entropies are averaged over them. ``measures``: in :data:`MEASURES`.
-
-    Raises:
-        UserError: the texts are too short for a measure.
+    Raise a UserError if the texts are too short for a measure.
     """
 
     def measure(heads: Heads) -> FrequencyEntropy:

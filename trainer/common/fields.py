@@ -38,10 +38,15 @@ def validated(schema: type[T], values: dict[str, Any], prefix: str = "") -> T:
     try:
         return adapter(schema).validate_python(values)
     except ValidationError as error:
-        # A union gives an error for each of its types: keep the last, or a list's entries.
-        problems = {_key_of(e, values): f"{e['msg']}, got {e['input']!r}" for e in error.errors()}
+        # A union gives an error for each of its types, and one of its types may be a list.
+        problems: dict[str, dict[str, Any]] = {}
+        for e in error.errors():
+            problems.setdefault(_key_of(e, values), {})[e["msg"]] = e["input"]
         outer = {key.rpartition(".")[0] for key in problems}
-        lines = (f"{prefix}{key}: {problems[key]}" for key in problems if key not in outer)
+        lines = []
+        for key in [key for key in problems if key not in outer]:
+            expected, got = " or: ".join(problems[key]), [*problems[key].values()][-1]
+            lines.append(f"{prefix}{key}: {expected}, got {got!r}")
         raise UserError("\n".join(lines)) from None
 
 

@@ -50,9 +50,7 @@ def held_out_windows(
     longer than what is before its end begins in the end of the part. A shorter part has none.
 
     ``apart``: least distance between two ends (None: any), which may limit the number of windows.
-
-    Raises:
-        UserError: the text is shorter than one window.
+    Raise a UserError if the text is shorter than one window.
     """
     if text.longest < length:
         raise UserError(
@@ -179,9 +177,7 @@ def prepare_corpus(
 
     ``wanted``: fingerprints of the texts as they were read before. A text that is prepared with its
     fingerprint is used even if its source has changed since. Another number of them has no effect.
-
-    Raises:
-        UserError: the text is not prepared, or too short.
+    Raise a UserError if the text is not prepared, or too short.
     """
     directories = []
     texts = [*config.texts.values()]
@@ -211,10 +207,8 @@ def corpus_at(
 ) -> Corpus:
     """Open the corpus in ``directories``, one per configured text; check its bytes once.
 
-    ``tokens``: of the model (None: those of the first text).
-
-    Raises:
-        UserError: a split is shorter than one sequence, or a text is damaged or has other tokens.
+    ``tokens``: of the model (None: those of the first text). Raise a UserError if a split is
+    shorter than one sequence, or a text is damaged or has other tokens.
     """
     parts = []
     cache = cache_directory(config)

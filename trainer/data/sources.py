@@ -186,10 +186,8 @@ def files(config: DataConfig) -> Iterator[str | None]:
 def find_files(config: DataConfig) -> list[str]:
     """Return the files that the configured paths, directories, globs and lists name, in order.
 
-    Directories and globs name the files that can be read.
-
-    Raises:
-        FileNotFoundError: there is no such file.
+    Directories and globs name the files that can be read. Raise a FileNotFoundError if there is no
+    such file.
     """
     files: list[str] = []
     for pattern in _addresses(config):

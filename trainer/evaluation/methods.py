@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.analysis import weighted_rope
 from trainer.analysis.frequency_entropy import choose_factors
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, nearest
 from trainer.config import EvaluationConfig
 from trainer.evaluation import dope, longrope, temperature  # noqa: F401 - they register methods
 from trainer.evaluation.fitting import VALIDATION, Change, FitText, LayoutAt, Notes
@@ -128,9 +128,13 @@ def known_methods() -> dict[str, Method]:
 
 
 def parts_of(name: str) -> list[Method]:
-    """Return the parts of a method from left to right."""
+    """Return the parts of a method from left to right; raise a UserError if one is unknown."""
     known = known_methods()
-    return [known[part] for part in name.split("+")]
+    parts = name.split("+")
+    missing = [part for part in parts if part not in known]
+    if missing:
+        raise UserError(f"there is no method {missing[0]!r}{nearest(missing[0], known)}")
+    return [known[part] for part in parts]
 
 
 def title_of(name: str) -> str:

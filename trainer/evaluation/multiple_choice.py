@@ -40,10 +40,8 @@ def read_questions(path: Path, encoder: Encoder, limit: int | None = None) -> li
     """Read the first ``limit`` questions of a request file, in the order of their numbers.
 
     A line is an object with ``doc_id``, ``idx`` (of the choice), ``label``, and under ``request``
-    ``context`` and ``continuation``, as OLMES writes them. Lines may come in any order.
-
-    Raises:
-        UserError: a line is damaged, or a choice is missing or has no token.
+    ``context`` and ``continuation``, as OLMES writes them. Lines may come in any order. Raise a
+    UserError if a line is damaged, or a choice is missing or has no token.
     """
     with expecting("lines that gzip compressed", path):
         lines = gzip.decompress(path.read_bytes()).split(b"\n")

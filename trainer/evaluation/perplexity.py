@@ -34,9 +34,10 @@ def perplexity(inputs: TaskInputs) -> list[Task]:
     C = inputs.training_length
     whole = held_out_windows(split, number, max(inputs.lengths), apart=C)
     if len(whole) < number:
+        key = "windows" if number == inputs.settings else "limit"
         inputs.notes.append(
             f"Losses are over {counted(len(whole), 'window')}, not {number} "
-            f"(evaluation.windows): the held-out text of {len(split):,} tokens has no more whose "
+            f"(evaluation.{key}): the held-out text of {len(split):,} tokens has no more whose "
             f"last {C:,} do not overlap."
         )
     tasks = []
@@ -112,9 +113,9 @@ def token_losses(
     return losses
 
 
-def unigram_loss(text: HeldOutText, training: HeldOutText, vocabulary: int) -> float:
+def unigram_loss(text: HeldOutText, known_text: HeldOutText, vocabulary: int) -> float:
     """Return the loss on ``text``, in nats, of a model that knows only how frequent the tokens of
-    ``training`` are, each of the ``vocabulary`` counted once more."""
+    ``known_text`` are, each of the ``vocabulary`` counted once more."""
 
     def shares(split: HeldOutText, extra: int) -> NDArray[np.float64]:
         total = np.zeros(vocabulary)
@@ -123,5 +124,5 @@ def unigram_loss(text: HeldOutText, training: HeldOutText, vocabulary: int) -> f
             total += weight * counts / max(1, counts.sum())
         return total / total.sum()
 
-    known, wanted = shares(training, 1), shares(text, 0)
+    known, wanted = shares(known_text, 1), shares(text, 0)
     return float(-(wanted * np.log(known)).sum())

@@ -32,9 +32,7 @@ def fingerprint(*parts: Any) -> str:
 
     A function or class counts with the text of its file, so that its helpers there count too. A
     function counts with its defaults and the variables that it takes from a function around it.
-
-    Raises:
-        TypeError: a value has another type, whose text may not identify it.
+    Raise a TypeError if a value has another type, whose text may not identify it.
     """
     return _checksum(json.dumps(parts, sort_keys=True, default=_as_json))
 
@@ -116,9 +114,7 @@ class Store:
         any.
 
         There is no time limit: if another process ends, all of them do (`trainer.common.watch`).
-
-        Raises:
-            RuntimeError: no other process could complete them.
+        Raise a RuntimeError if no other process could complete them.
         """
         for attempt in count():
             values = whole(self.values(key))

@@ -32,8 +32,8 @@ def harness(inputs: TaskInputs) -> list[Task]:
 
 
 def check_names(config: EvaluationConfig) -> None:
-    """Raise a UserError if a task or method does not exist, ``settings`` are wrong or unread, or
-    parts of a method do not combine."""
+    """Raise a UserError if a task or method does not exist, ``settings`` are wrong or of a task
+    without any, or parts of a method do not combine."""
     parts = [part for name in config.methods for part in name.split("+")]
     drawn = [*needles.NEEDLE_TASKS, *many_shot.TASKS]  # tasks whose prompts depend on a seed
     with_settings = [name for name, kind in TASKS.items() if isinstance(kind.settings, type)]

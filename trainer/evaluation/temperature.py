@@ -21,7 +21,7 @@ def tempered(
     """Multiply the logits of ``layers`` by (1 + c ln s)^exponent beyond the training length.
 
     This is DroPE's temperature (App. C.2), or with c = 0.1 and exponent 2 RoPE-ID's (App. A.4). It
-    replaces an earlier temperature, also one that referred to another length than C.
+    replaces what of an earlier temperature follows the length, also another one than C.
     """
     return layout.map(
         lambda spectrum: spectrum.with_temperature(

@@ -47,10 +47,8 @@ def drop_rotation(model: Model) -> Model:
     """Remove the rotary encoding of the text decoder in ``model``, in place, and return the model.
 
     ``model`` may wrap the model of transformers: DDP, FSDP, a LightningModule, an adapter of peft,
-    ``torch.compile``. Frozen models beside the trained one keep their rotation.
-
-    Raises:
-        ValueError: there is no rotary encoding, or transformers would load another model.
+    ``torch.compile``. Frozen models beside the trained one keep their rotation. Raise a ValueError
+    if there is no rotary encoding, or transformers would load another model.
     """
     parts = find_parts(model)
     if not parts.is_dropped():

@@ -209,10 +209,8 @@ def rotation_of(
     """Determine a layer's spectrum, and the order of its channels (None: nothing rotates).
 
     ``plain``, ``rotated``: a few tokens' queries and keys at positions 0, 1, ..., with tables of no
-    rotation and with the layer's own ``tables`` (None: it gets none).
-
-    Raises:
-        UserError: no known arrangement fits.
+    rotation and with the layer's own ``tables`` (None: it gets none). Raise a UserError if no known
+    arrangement fits.
     """
     if all(map(torch.equal, plain, rotated)):
         return Spectrum(), None

@@ -350,10 +350,8 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
     It is relative to the largest logit if that exceeds 1. Random tokens are read in one pass; then
     two prompts are continued as one padded batch with a growing and a static cache. If frequencies
     depend on the length, transformers derives those of a batch from its longest row, so then one
-    prompt is continued. ``model``: on the CPU.
-
-    Raises:
-        UserError: transformers tokenizes differently.
+    prompt is continued. ``model``: on the CPU. Raise a UserError if transformers tokenizes
+    differently.
     """
     from transformers import AutoTokenizer
 

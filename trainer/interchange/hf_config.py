@@ -120,7 +120,9 @@ def _completed(values: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """
     from transformers import CONFIG_MAPPING
 
-    settings = {k: v for k, v in values.items() if k not in ("architectures", "model_type")}
+    settings: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    # Defaults of these would be warned of if they are beyond the vocabulary.
+    settings |= {k: v for k, v in values.items() if k not in ("architectures", "model_type")}
     kind = architecture.removesuffix("ForCausalLM").lower()
     config = CONFIG_MAPPING[kind](**deepcopy(settings))  # which changes nested values
     config.standardize_rope_params()  # takes original_max_position_embeddings from beside them

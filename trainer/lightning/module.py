@@ -86,10 +86,8 @@ class LanguageModule(L.LightningModule):
     def configure_model(self) -> None:
         """Shard the model for Lightning's ``ModelParallelStrategy``, unless it is sharded.
 
-        Lightning calls this repeatedly, and without a trainer in ``load_from_checkpoint``.
-
-        Raises:
-            UserError: ranks would share their data, as with Lightning's default sizes.
+        Lightning calls this repeatedly, and without a trainer in ``load_from_checkpoint``. Raise a
+        UserError if ranks would share their data, as with Lightning's default sizes.
         """
         if self._trainer is None:
             return

@@ -417,10 +417,8 @@ class UnsupportedError(UserError):
 def choose_backend(name: str, use: Use) -> str:
     """Return the key in :data:`BACKENDS` of the configured backend, or of the fastest that suits.
 
-    ``name``: ``auto`` or a backend; ``sdpa`` also with cuDNN's kernel.
-
-    Raises:
-        UnsupportedError: the configured backend does not exist, or cannot run here.
+    ``name``: ``auto`` or a backend; ``sdpa`` also with cuDNN's kernel. Raise an UnsupportedError if
+    the configured one does not exist, or cannot run here.
     """
     if name == "auto":
         suiting = (n for n, row in BACKENDS.items() if row.supports(use) and row.suits(use))

@@ -25,5 +25,6 @@ def side_by_side(read: Callable[[P], R], parts: Sequence[P], workers: int) -> li
     try:
         with ThreadPoolExecutor(workers, "forward", *alone) as pool:
             return list(pool.map(read, parts))
-    finally:  # of threads that start later; one of the pool may do so last
+    finally:
+        # The threads of the pool have changed the number of all threads that start later.
         torch.set_num_threads(threads)

@@ -241,9 +241,7 @@ def rebased(spectrum: Spectrum, base: float) -> Spectrum:
 
     a is 1 for RoPE, and stays whatever ``angle_scale`` or PI made it. Pairs with frequency zero
     stay so (p-RoPE). Code Llama (arXiv 2308.12950, Sec. 2.4) and SmolLM3 were extended like this.
-
-    Raises:
-        ValueError: the frequencies are not geometric, or depend on the length.
+    Raise a ValueError if the frequencies are not geometric, or depend on the length.
     """
     moving = [f for f in spectrum.inv_freq if f > 0]
     if len(moving) < 2:
@@ -290,9 +288,7 @@ def longrope(
     Factors are from ``short`` in sequences of up to C tokens and from ``long`` in longer ones. If
     both give equal frequencies, the spectrum does not depend on the length. If long sequences
     already have other frequencies, ``long`` divides those, from the length on at which they begin.
-
-    Raises:
-        ValueError: there are not as many factors as pairs.
+    Raise a ValueError if there are not as many factors as pairs.
     """
     if not spectrum.rotates:
         return spectrum

@@ -16,7 +16,8 @@ class Answer:
     """Rows that the first screen compares in ``task``.
 
     ``subject``: the model that dropped its encoding, or else the first one, with its best method.
-    ``origin``: the model that it came from, as it is. ``rival``: the best of all other rows.
+    ``origin``: the model that it came from, as it is. ``rival``: the best row of
+    other models.
     """
 
     task: str

@@ -82,10 +82,10 @@ class Evidence:
         intervals = [*map(wilson, rows.value, rows.trainings * independent)]
         return rows.assign(low=[x.low for x in intervals], high=[x.high for x in intervals])
 
-    def windows(self, row: Any) -> list[float]:
+    def windows(self, row: Any) -> pd.Series:
         """Return the losses of a row, as :meth:`rows` returns it, by window of text."""
         losses = values_by_text(self.report, PERPLEXITY)[row.model, row.method]
-        return [*losses.loc[row.length].dropna()]
+        return losses.loc[row.length].dropna()
 
     def name(self, row: Any) -> str:
         """Return the name of a row in tables."""
@@ -217,13 +217,13 @@ class LossRises:
         if not both:
             return None
         p, q = both[0]
-        ours, theirs = evidence.windows(p), evidence.windows(q)
-        if len(ours) < 2 or len(ours) != len(theirs):
+        ours, theirs = evidence.windows(p).align(evidence.windows(q), join="inner")
+        if len(ours) < 2:
             return Verdict(None, "Measured on fewer than two common windows.")
         variance = 1 / p.trainings  # in units of one training's
         if q.model != p.model:  # one model has the same training at every length
             variance += 1 / q.trainings
-        difference = widened(change(ours, theirs), TRAINING_LOSS * math.sqrt(variance))
+        difference = widened(change([*ours], [*theirs]), TRAINING_LOSS * math.sqrt(variance))
         numbers = (
             f"Text loss: {evidence.name(q)} {q.value:.3f} at {q.length} tokens, "
             f"{evidence.name(p)} {p.value:.3f} at {p.length} tokens, {_signed(difference)}."

@@ -102,7 +102,7 @@ def _by_length(report: Report, task: str) -> Plot:
             panels.append(replace(panel, title=model, lines=lines))
     name = f"success_{_file_name(task)}"
     figure = "Figure 1 and Table 1"
-    caption = f"{report.tasks[task]}, in % of the trials. {_BANDS}"
+    caption = f"{report.tasks[task]}, mean score in %. {_BANDS}"
     if task == PERPLEXITY:
         name = PERPLEXITY
         figure = "Figure 5"
@@ -176,7 +176,7 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
     yield Plot(
         f"depth_{_file_name(task)}",
         heat_maps(maps, ColourScale("success (%)", 0, 100), grid, names=(of_columns, of_rows)),
-        f"Mean score in % of the trials whose needle lies at that depth (0: beginning of the text, "
+        f"Mean score in %, over trials whose needle lies at that depth (0: beginning of the text, "
         f"100: its end, where the question is) at that length: {report.tasks[task]}. With several "
         "needles, the depth of the first. After G. Kamradt’s needle in a haystack (2023).",
     )

@@ -90,7 +90,8 @@ def _results(run: str) -> pd.DataFrame:
         if len(rows):
             with expecting("the facts of a report", path.with_name(FACTS)):
                 facts = json.loads(path.with_name(FACTS).read_bytes())
-                text = f"{facts['environment']['corpus']}, C = {facts['training_length']}"
+                environment, C = facts["environment"], facts["training_length"]
+                text = f"Held-out text of corpus {environment['corpus']}, C = {C} tokens"
                 titles = {"task": facts["tasks"], "method": facts["methods"] | {AS_IS: AS_IS}}
             return rows.replace(titles).assign(text=rows.metric.map({"loss": text}).fillna(""))
     raise UserError(f"runs: expected directories with rows in {TABLE}, got {run!r}")

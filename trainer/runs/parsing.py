@@ -57,11 +57,12 @@ def parse(values: dict[str, Any]) -> Run:
     for phase in phases:
         phase.micro_batches()
         layout = layout_of_phase(config, phase, layout)
+    drop_at = config.drop.at
     if _drops_nothing(config):
         config = replace(config, drop=replace(config.drop, at=None))
         phases = phases_of(config)
     run = Run(config, phases, first, weights)
-    return replace(run, controls=_controls_of(run))
+    return replace(run, controls=_controls_of(run, drop_at))
 
 
 def checked(values: dict[str, Any]) -> RunConfig:
@@ -133,10 +134,10 @@ def _check_run(config: RunConfig) -> None:
         raise UserError("evaluation.methods: expected 'none' among them, the run as it is")
 
 
-def _controls_of(run: Run) -> dict[str, Run]:
-    """Return the controls of a run by name: its values with the control's changes."""
+def _controls_of(run: Run, drop_at: Any) -> dict[str, Run]:
+    """Return the controls of a run by name: its values, ``drop_at``, and their changes."""
     controls = {}
-    values = plain(run.config)
+    values = merged(plain(run.config), {"drop": {"at": drop_at}})
     for name, changes in values.pop("controls").items():
         base = values | {"run_dir": f"{run.config.run_dir}/controls/{name}"}
         branch = changes.pop("branch", None)

@@ -129,4 +129,7 @@ def benchmark_tasks(run: Run, corpus: Corpus) -> list[Task]:
     evaluation = replace(
         run.config.evaluation, tasks=config.tasks, windows=config.limit, limit=config.limit
     )
-    return make_tasks(text, evaluation, lengths, C)[0]
+    tasks, notes = make_tasks(text, evaluation, lengths, C)
+    for note in notes:
+        log.warning("benchmarks: %s", note)
+    return tasks

@@ -53,10 +53,10 @@ def compiles(trainer: TrainerConfig) -> bool:
 
 
 def set_threads(trainer: TrainerConfig) -> None:
-    """Set the number of CPU threads to ``trainer.threads`` or the default.
+    """Set the numbers of CPU threads (``trainer.threads``) and of processes that compile.
 
-    With several ranks, and when compiling, the default is one per core of this process's share of
-    the machine: srun gives each process cores of its own, those of torchrun share all cores.
+    The latter, and with several ranks the default of the former, is the number of cores of this
+    process: srun gives each process cores of its own, those of torchrun share all cores.
     """
     ranks = current_ranks()
     share = cores()

@@ -49,7 +49,8 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         peak = dense_peak(name, precision)
         assert peak is not None
         hours = operations / (peak * mfu * 3600)
-        times[f"{gpus} x {name}"] = f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"
+        rounded = f"{hours:,.0f}" if hours >= 1 else f"{hours:.2g}"
+        times[f"{gpus} x {name}"] = f"{hours / gpus:,.3g} hours, {rounded} GPU-hours"
     counts = parameters(shape_of(run))
     strategy = config.strategy
     of_node = strategy.shard_size or min(gpus, 8)  # GPUs of a node

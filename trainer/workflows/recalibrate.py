@@ -135,10 +135,8 @@ def choose(
 ) -> dict[str, Any]:
     """Choose the keys of a run that recalibrates a model in this time, except the given ones.
 
-    ``given``: values of keys that the user sets; the others follow from them.
-
-    Raises:
-        UserError: the minutes do not suffice for twice the shortest warm-up.
+    ``given``: values of keys that the user sets; the others follow from them. Raise a UserError if
+    the minutes do not suffice for twice the shortest warm-up.
     """
     values: dict[str, Any] = {}
 
