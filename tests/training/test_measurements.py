@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +14,10 @@ import torch
 from trainer.common.processes import Ranks
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation.task import Task
+from trainer.lightning.module import Tally
+from trainer.lightning.optimizers import make_optimizer
 from trainer.model.flops import training_flops
+from trainer.runs.directory import read_metrics, write_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.training import measurements, rows
 from trainer.training.measurements import Measurements
@@ -187,3 +191,17 @@ def test_speed_memory_and_share_of_the_peak_of_all_gpus(of_run, corpus, monkeypa
         "memory": 3.0,
         "mfu": pytest.approx(rate * flops / (4 * 989.4e12)),
     }
+
+
+def test_the_learning_rate_of_a_row_is_of_the_first_group(of_run, corpus, tmp_path, tiny_decoder):
+    """Muon's, which other parameters do not have."""
+    model = tiny_decoder()
+    optimizer = make_optimizer(model, name="muon", lr=0.5, muon_lr=0.125)
+    trainer = SimpleNamespace(global_step=2, optimizers=[optimizer], logged_metrics={}, loggers=[])
+    module = SimpleNamespace(tally=Tally(), parameters=model.parameters, device=model.device)
+    run = replace(of_run, config=replace(of_run.config, run_dir=str(tmp_path)))
+    write_metrics(tmp_path / "metrics.csv", [])
+    progress = SimpleNamespace(advance_to=lambda step, loss=None: None)
+    Rows(run, corpus, progress, 0).write(trainer, module, run.phases[0], {}, {})
+    (row,) = read_metrics(tmp_path / "metrics.csv")
+    assert (row["step"], row["learning_rate"]) == (2, 0.125)
