@@ -701,7 +701,7 @@ class AnalysisConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the weights: fp32, bf16."""
     frequency_entropy: ShortTime = field(default_factory=ShortTime)
-    prefixes: list[Annotated[int, Field(ge=6)]] = field(default_factory=list)
+    prefixes: list[PositiveInt] = field(default_factory=list)
     """First tokens whose frequency entropies are shown as well (Frequency Entropy, App. F)."""
     attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
     needle: NeedleSettings = field(default_factory=NeedleSettings)

@@ -144,14 +144,17 @@ def test_a_method_of_an_analysis_leaves_layers_with_windows_alone(tiny_decoder):
     assert full == pytest.approx([frequency / 2 for frequency in windowed])
 
 
-@pytest.mark.parametrize(("key", "most"), [("pairs", 3), ("prefixes", 40)])
-def test_a_pair_or_a_prefix_that_does_not_exist_is_refused(tiny_decoder, key, most):
+@pytest.mark.parametrize(
+    ("key", "fit", "beyond"),
+    [("pairs", [1, 3], [4, 1]), ("prefixes", [6, 40], [41, 6]), ("prefixes", [6, 40], [40, 5])],
+)
+def test_a_pair_or_a_prefix_that_does_not_exist_is_refused(tiny_decoder, key, fit, beyond):
     model = tiny_decoder(layers=["rope"]).eval()
     assert model.config.head_size == 8  # which has 4 pairs
     ids = torch.zeros(1, 40, dtype=torch.long)
-    config = AnalysisConfig("synthetic", **{key: [1, most]})
+    config = AnalysisConfig("synthetic", **{key: fit})
     analyze.check_choices(Target("tiny", model, ids, config))
-    config = AnalysisConfig("synthetic", **{key: [most + 1, 1]})
+    config = AnalysisConfig("synthetic", **{key: beyond})
     with pytest.raises(UserError, match=rf"^analysis\.{key}: "):
         analyze.analyses_of(Target("tiny", model, ids, config))
 

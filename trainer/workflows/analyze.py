@@ -180,7 +180,7 @@ def analyses_of(*targets: Target) -> list[Results]:
 
 def check_choices(target: Target) -> None:
     """Raise a UserError if the model has no such head or rotary pair as ``analysis.chosen`` and
-    ``analysis.pairs`` name, or a text is shorter than one of ``analysis.prefixes``."""
+    ``analysis.pairs`` name, or a text cannot have one of ``analysis.prefixes``."""
     config = target.config
     layers = target.model.config.num_hidden_layers
     heads = target.model.config.num_attention_heads
@@ -191,8 +191,8 @@ def check_choices(target: Target) -> None:
     pairs = max(len(spectrum.inv_freq) for spectrum in target.model.layout.spectra)
     if config.pairs and max(config.pairs) >= pairs:
         raise UserError(f"analysis.pairs: heads have up to {pairs} pairs, got {config.pairs}")
-    if max(config.prefixes, default=0) > target.length:
-        text = f"expected at most {target.length} tokens, as a text has, got {config.prefixes}"
+    if any(not 6 <= n <= target.length for n in config.prefixes):  # SequenceFE needs six
+        text = f"expected 6 to {target.length} tokens, as a text has, got {config.prefixes}"
         raise UserError(f"analysis.prefixes: {text}")
 
 
